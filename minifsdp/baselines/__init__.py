@@ -1,0 +1,1 @@
+"""What FSDP is compared with."""

@@ -1,0 +1,1 @@
+"""What is trained: plain PyTorch models, with no parallel code inside."""
