@@ -78,13 +78,19 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(self._init)
+        self._init()
 
-    def _init(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def _init(self) -> None:
+        """GPT-2's start, but for the tokens: as a head, their weight should give logits of variance 1."""
+        for name, parameter in self.named_parameters():
+            if name == "tokens.weight":
+                nn.init.normal_(parameter, std=self.config.width**-0.5)
+            elif name.endswith(("proj.weight", "down.weight")):  # summed over all 2 L branches of the residual
+                nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** -0.5)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) for ``tokens`` (B, T); with ``targets`` (B, T), their mean cross entropy in nats
@@ -95,7 +101,8 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # 16 bits are too few for a loss
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float = 0.8) -> Tensor:
