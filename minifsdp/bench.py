@@ -91,7 +91,12 @@ def report(frame: pd.DataFrame, options: argparse.Namespace) -> None:
     seconds = frame.pivot(index="round", columns="system", values="seconds")
     ratios = seconds.div(seconds[BASE], axis=0)
     table = pd.DataFrame(
-        {"seconds": seconds.median(), "ratio": ratios.median(), "lowest": ratios.min(), "highest": ratios.max()}
+        {
+            "seconds": seconds.median(),
+            "ratio": ratios.median(),
+            "lowest": ratios.min(),
+            "highest": ratios.max(),
+        }
     )
     print(f"{dist.get_world_size()} ranks, gloo, torch {torch.__version__}, {options.rounds} rounds")
     print(table.round(3).to_string())

@@ -58,7 +58,9 @@ def against_one_process(dtype, clip, accumulate, decoupled):
     rank, n = world()
     reference = tiny_gpt(dtype)
     sharded = sharded_copy(reference)
-    decay = 0.1 if decoupled else 0.0  # L2 makes the key biases, whose true gradient is 0, grow from rounding noise
+    decay = (
+        0.1 if decoupled else 0.0
+    )  # L2 makes the key biases, whose true gradient is 0, grow from rounding noise
     ours = ShardedAdam(sharded.parameters(), lr=1e-2, weight_decay=decay, decoupled_weight_decay=decoupled)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     theirs = kind(reference.parameters(), lr=1e-2, weight_decay=decay)

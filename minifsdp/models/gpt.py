@@ -85,7 +85,9 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name == "tokens.weight":
                 nn.init.normal_(parameter, std=self.config.width**-0.5)
-            elif name.endswith(("proj.weight", "down.weight")):  # summed over all 2 L branches of the residual
+            elif name.endswith(
+                ("proj.weight", "down.weight")
+            ):  # summed over all 2 L branches of the residual
                 nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** -0.5)
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
