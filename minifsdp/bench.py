@@ -54,7 +54,7 @@ def systems(model: GPT) -> dict[str, Callable[[], tuple[nn.Module, torch.optim.O
 
 
 def main() -> None:
-    """Measure and, on rank 0, print the median time of each system and its ratio to torch's ``fully_shard``."""
+    """Measure and, on rank 0, print each system's median time and its ratio to torch's ``fully_shard``."""
     parser = argparse.ArgumentParser(prog="minifsdp.bench", description=__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)

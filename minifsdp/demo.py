@@ -229,7 +229,7 @@ def run_both(options: argparse.Namespace, place: Place, text: Tensor) -> tuple[R
 
 
 def continue_text(options: argparse.Namespace, state: dict[str, Tensor], text: Tensor) -> str:
-    """What the trained model writes after the first bytes of the text; one process has room for all of it here."""
+    """What the trained model writes after the first bytes of the text, run whole on this one process."""
     model = build(options, Place(torch.device("cpu"), "gloo"))
     model.load_state_dict(state)
     prompt = text[: options.seq].long()[None]  # (1, T)

@@ -44,11 +44,20 @@ class FSDPModule:
     """What :func:`fully_shard` adds to the class of a module."""
 
     fsdp_unit: Unit
-    _cast_inputs_to: torch.dtype | None
-    _cast_outputs_to: torch.dtype | None
+    fsdp_policy: Any  # a MixedPrecision, a MixedPrecisionPolicy, or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _walk(self, super().__call__, args, kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under their own names, sharded; also after a backward that failed half-way."""
+        self.fsdp_unit.schedule.settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Each name with this rank's piece of the parameter; :func:`full_state_dict` gives the whole."""
+        self.fsdp_unit.schedule.settle()
+        return super().state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
         raise TypeError(
@@ -85,13 +94,18 @@ class FSDPModule:
 
 def _walk(module: FSDPModule, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of a unit."""
-    unit, schedule = module.fsdp_unit, module.fsdp_unit.schedule
-    outermost = unit is schedule.units[0] and unit.depth == 0 and not in_backward()
+    unit, schedule, policy = module.fsdp_unit, module.fsdp_unit.schedule, module.fsdp_policy
+    is_root = unit is schedule.units[0]
+    outermost = is_root and unit.depth == 0 and not in_backward()
     if outermost:
         schedule.begin_forward()
     try:
-        args, kwargs = unit.enter(_cast((args, kwargs), module._cast_inputs_to))
-        return unit.leave(_cast(forward(*args, **kwargs), module._cast_outputs_to))
+        if getattr(policy, "cast_forward_inputs", False) or (
+            is_root and getattr(policy, "cast_root_forward_inputs", False)
+        ):
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        args, kwargs = unit.enter((args, kwargs))
+        return unit.leave(_cast(forward(*args, **kwargs), getattr(policy, "output_dtype", None)))
     except Exception as error:
         if not in_backward():  # a recomputation may stop early, by raising, when it has seen enough
             unit.abandon()
@@ -146,18 +160,16 @@ def fully_shard(
 
     Source: PyTorch's ``fully_shard`` and its design note (https://github.com/pytorch/pytorch/issues/114299).
     """
-    cast_inputs = getattr(mp_policy, "cast_forward_inputs", False)
     placement = place(ranks=mesh, device_type=_device_of(module).type, algorithm=collectives)
     if reshard_after_forward is not None:
         placement.keep_after_forward = not reshard_after_forward
-    return _shard(module, placement, mp_policy, cast_inputs)
+    return _shard(module, placement, mp_policy)
 
 
 def _shard(
     module: nn.Module,
     placement: Placement,
     policy: Any,
-    cast_inputs: bool,
     leave: Set[nn.Parameter] = frozenset(),
     prefetch: str | None = None,
 ) -> nn.Module:
@@ -180,8 +192,7 @@ def _shard(
         reduce_dtype=getattr(policy, "reduce_dtype", None),
         keep_after_forward=placement.keep_after_forward,
     )
-    module._cast_inputs_to = getattr(policy, "param_dtype", None) if cast_inputs else None
-    module._cast_outputs_to = getattr(policy, "output_dtype", None)
+    module.fsdp_policy = policy
     module.__class__ = _extended(type(module))
     for parameter in owners:
         parameter._fsdp_unit = module.fsdp_unit
@@ -294,7 +305,7 @@ def _check_agreement(named: dict[str, nn.Parameter], everyone: Communicator) -> 
             if ours != theirs:
                 raise ValueError(
                     f"parameter {name!r} has other values on rank {rank} than on rank 0: seed every rank "
-                    f"alike before building the model, load the same checkpoint, or pass sync_module_states=True"
+                    f"alike before building the model, or pass sync_module_states=True"
                 )
 
 
@@ -386,12 +397,10 @@ class FullyShardedDataParallel(nn.Module):
         _cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None))
         inner = chosen_by(auto_wrap_policy, module)
         shared = shared_between(inner, module)
-        cast_all = getattr(mixed_precision, "cast_forward_inputs", False)
         for child in inner:
-            _shard(child, placement, mixed_precision, cast_all, shared)
-        cast_root = getattr(mixed_precision, "cast_root_forward_inputs", True)
+            _shard(child, placement, mixed_precision, shared)
         prefetch = backward_prefetch.name.removeprefix("BACKWARD_").lower() if backward_prefetch else None
-        _shard(module, placement, mixed_precision, cast_root, prefetch=prefetch)
+        _shard(module, placement, mixed_precision, prefetch=prefetch)
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "module", module)
 
@@ -405,6 +414,12 @@ class FullyShardedDataParallel(nn.Module):
         """What the wrapper's own class lacks comes from the module: its methods, and those of
         :class:`FSDPModule`."""
         return getattr(self.module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self.module._apply(fn, recurse)

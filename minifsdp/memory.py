@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minifsdp.fsdp import units
+from minifsdp.shard import join
 from minifsdp.unit import Unit
 
 CATEGORIES = ["parameters", "gathered", "gradients", "optimizer", "other"]
@@ -113,30 +114,28 @@ def formula(model: nn.Module, moments: int = 2) -> dict[str, int]:
         ``parameters``, ``gradients`` and ``optimizer`` at rest, and ``gathered`` at its largest: the units
         that are kept after forward and, beside them, the largest other one, with the one that is prefetched.
     """
-    found = units(model)
-    if not found:
-        numel = [p.untyped_storage().nbytes() for p in _one_of_each_storage(model.parameters())]
-        trained = [
-            p.untyped_storage().nbytes() for p in _one_of_each_storage(model.parameters()) if p.requires_grad
-        ]
-        return {
-            "parameters": sum(numel),
-            "gathered": 0,
-            "gradients": sum(trained),
-            "optimizer": moments * sum(trained),
-        }
-    flats = [flat for unit in found for flat in unit.flats]
-    trained = [flat.shard.nbytes for flat in flats if flat.parameters[0].requires_grad]
+    whole = _by_storage(model.parameters())
+    trained = _by_storage(p for p in model.parameters() if p.requires_grad)
     return {
-        "parameters": sum(flat.shard.nbytes for flat in flats),
-        "gathered": _gathered_at_most(found),
-        "gradients": sum(trained),
-        "optimizer": moments * sum(trained),
+        "parameters": sum(pieces[0].untyped_storage().nbytes() for pieces in whole),
+        "gathered": _gathered_at_most(units(model)),
+        "gradients": sum(pieces[0].untyped_storage().nbytes() for pieces in trained),
+        "optimizer": moments * sum(_spanned_bytes(pieces) for pieces in trained),
     }
 
 
-def _one_of_each_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
+def _by_storage(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters grouped by the storage that they lie in: a shard, or a whole buffer."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.untyped_storage()._cdata, []).append(p)
+    return list(groups.values())
+
+
+def _spanned_bytes(pieces: list[nn.Parameter]) -> int:
+    """From the first piece to the last: an optimizer keeps nothing for the padding after that."""
+    held = sorted((p for p in pieces if p.numel()), key=Tensor.data_ptr)
+    return join(held).nbytes if held else 0
 
 
 def _gathered_at_most(found: list[Unit]) -> int:

@@ -73,11 +73,23 @@ class ShardedAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
+            ready.sort(key=Tensor.data_ptr)  # so that pieces side by side in memory are so in the list
             self._make_state([p for p in ready if not self.state[p]])
-            for age in sorted({self.state[p]["step"] for p in ready}):
-                same_age = [p for p in ready if self.state[p]["step"] == age]
+            ages = [self.state[p]["step"] for p in ready]
+            for age in sorted(set(ages)):
+                same_age = [p for p, its in zip(ready, ages, strict=True) if its == age]
                 self._step_group(same_age, age + 1, group)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's; the moments are then laid side by side again."""
+        super().load_state_dict(state_dict)
+        loaded = dict(self.state)
+        self._make_state(sorted(loaded, key=Tensor.data_ptr))
+        for p, state in loaded.items():
+            self.state[p]["step"] = state["step"]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.state[p][moment].copy_(state[moment])
 
     def _make_state(self, parameters: list[nn.Parameter]) -> None:
         """Zero moments, laid out as the parameters are: side by side where those are."""
@@ -133,7 +145,10 @@ def adam(
         grad = grad.add(param, alpha=weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+    correction1, correction2 = (
+        1 - beta1 ** float(step),
+        1 - beta2 ** float(step),
+    )  # a whole power rounds otherwise
     denominator = exp_avg_sq.sqrt().div_(correction2**0.5).add_(eps)
     param.addcdiv_(exp_avg, denominator, value=-lr / correction1)
 
@@ -181,7 +196,7 @@ def _by_shard_group(parameters: list[nn.Parameter]) -> list[tuple[Communicator |
     A group is listed even if this rank has no gradient in it: the others will wait for it there.
     """
     groups: dict[Any, tuple[Communicator | None, list[Tensor]]] = {}
-    for p in parameters:
+    for p in sorted(parameters, key=Tensor.data_ptr):
         unit = getattr(p, "_fsdp_unit", None)
         shards = unit.shards if unit is not None else None
         _, gradients = groups.setdefault(shards and shards.group, (shards, []))

@@ -94,6 +94,7 @@ class ShardedGradScaler:
         self._overflow: dict[
             torch.optim.Optimizer, bool
         ] = {}  # the optimizers unscaled since the last update
+        self._stepped: set[torch.optim.Optimizer] = set()
         self._group = process_group
 
     def is_enabled(self) -> bool:
@@ -132,6 +133,9 @@ class ShardedGradScaler:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._overflow:
             self.unscale_(optimizer)
+        if optimizer in self._stepped:
+            raise RuntimeError("step() has already been called on this optimizer since the last update()")
+        self._stepped.add(optimizer)
         return None if self._overflow[optimizer] else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
@@ -151,6 +155,7 @@ class ShardedGradScaler:
                 self._scale *= self._growth_factor
                 self._good_steps = 0
         self._overflow.clear()
+        self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and what it depends on, under the names that ``torch.amp.GradScaler`` uses."""

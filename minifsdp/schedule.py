@@ -49,6 +49,7 @@ class Member(Protocol):
     def serve_gather(self) -> None: ...
     def serve_reduce(self, flags: list[bool]) -> None: ...
     def finish_gather(self) -> None: ...
+    def forget_backward(self) -> None: ...
     def end_backward(self) -> None: ...
     def release(self) -> None: ...
 
@@ -79,13 +80,19 @@ class Schedule:
     # --- one pass -------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root is called. What an earlier pass kept for a backward that never came, or failed, is
-        released."""
+        """The root is called. What an earlier pass kept for a backward that never came is released."""
+        self.settle()
         self.epoch += 1
         self.last_left = None
-        self.backward_open = False
         for unit in self.units:
             unit.release()
+
+    def settle(self) -> None:
+        """After a backward that raised half-way, which nobody hears of: forget it."""
+        if self.backward_open and not in_backward():
+            self.backward_open = False
+            for unit in self.units:
+                unit.forget_backward()
 
     def left(self, unit: Member) -> None:
         self.last_left = unit

@@ -253,7 +253,7 @@ class Unit:
         if version != self.version():
             raise RuntimeError(
                 f"rank {self.shards.rank}: the parameters of unit {self.name!r} were changed between the "
-                f"forward and its backward, so the gradient would be wrong; step the optimizer after the last backward"
+                f"forward and its backward, so the gradient would be wrong; step after the last backward"
             )
         self.gather()
         self.task = torch._C._current_graph_task_id()
@@ -313,6 +313,12 @@ class Unit:
         """The whole backward is over: reduce what no_sync left here and this backward did not touch."""
         if self.sync_gradients:
             self._accumulate(self._reduce_waiting())
+
+    def forget_backward(self) -> None:
+        """It raised before it was over: what it collected is worth nothing."""
+        self.buffers = [None] * len(self.flats)
+        self.waiting = [False] * self.width
+        self.release()
 
     @torch.no_grad()
     def _accumulate(self, pieces: Sequence[Tensor | None]) -> None:

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from models import world
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardedAdam, ShardingStrategy
@@ -11,7 +12,6 @@ from minifsdp.baselines.data_parallel import DataParallel
 from minifsdp.fsdp import units
 from minifsdp.memory import CATEGORIES, Ledger, formula, gathered_bytes
 from minifsdp.models.gpt import GPT, Block, GPTConfig
-from models import world
 
 SMALL = GPTConfig(vocab=200, seq=16, layers=4, heads=2, width=64)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -104,7 +104,8 @@ def test_law_3_by_arithmetic(ranks):
 
 
 class Tracker(MemTracker):
-    """Without hooks on parameters, which a gathered one, no leaf, refuses; they only tell categories apart."""
+    """Without hooks on parameters, which a gathered one, no leaf, refuses; they only tell categories
+    apart."""
 
     def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
@@ -121,7 +122,9 @@ def against_mem_tracker(kind):
     tracker = Tracker()
     tracker.track_external(model, optimizer)
     with tracker, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracker asks gathered parameters, which are no leaves, for their .grad
+        warnings.simplefilter(
+            "ignore"
+        )  # the tracker asks gathered parameters, which are no leaves, for their .grad
         step(model, optimizer)
     theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     return ledger.peak["total"], theirs

@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
+from models import full_gradients, relative_difference, sharded_copy, tiny_gpt, tokens, world
 from torch import nn
 
 from minifsdp import Traffic, fully_shard
 from minifsdp.fsdp import units
 from minifsdp.schedule import RanksDisagree
-from models import full_gradients, relative_difference, sharded_copy, tiny_gpt, tokens, world
 
 
 class Experts(nn.Module):

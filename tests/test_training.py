@@ -5,6 +5,19 @@ import functools
 
 import pytest
 import torch
+from models import (
+    full_gradients,
+    joined,
+    relative_difference,
+    same_bits,
+    shard_blocks,
+    sharded_copy,
+    tiny_gpt,
+    tokens,
+    torch_full,
+    torch_sharded,
+    world,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -20,26 +33,13 @@ from minifsdp import (
     fully_shard,
 )
 from minifsdp.models.gpt import Block
-from models import (
-    full_gradients,
-    joined,
-    relative_difference,
-    same_bits,
-    shard_blocks,
-    sharded_copy,
-    tiny_gpt,
-    tokens,
-    torch_full,
-    torch_sharded,
-    world,
-)
 
 STEPS = 20
 
 
-def train(model, optimizer, batches, clip=None, clip_with=None, accumulate=1):
+def train(model, optimizer, batches, clip=None, clip_with=None, accumulate=1, steps=STEPS):
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for micro in range(accumulate):
             loss = model(*batches(accumulate * step + micro)) / accumulate
             loss.backward()
@@ -153,7 +153,7 @@ def final_parameters(wrap):
     rank, _ = world()
     model = wrap(tiny_gpt())
     optimizer = ShardedAdam(model.parameters(), lr=1e-2)
-    train(model, optimizer, lambda i: tokens(i, rank))
+    train(model, optimizer, lambda i: tokens(i, rank), steps=5)
     return full_state_dict(model)
 
 
@@ -188,11 +188,11 @@ def other_units_agree():
     """Other units cut the sums elsewhere, so only fp64 can tell that they are the same."""
     rank, n = world()
     reference = tiny_gpt(torch.float64)
-    train(reference, torch.optim.Adam(reference.parameters(), lr=1e-2), lambda i: joined(i, n))
+    train(reference, torch.optim.Adam(reference.parameters(), lr=1e-2), lambda i: joined(i, n), steps=5)
     size = functools.partial(size_based_auto_wrap_policy, min_num_params=1000)
     for policy in (None, {nn.Linear, nn.LayerNorm}, {Block, nn.Linear}, size):
         model = FullyShardedDataParallel(tiny_gpt(torch.float64), auto_wrap_policy=policy)
-        train(model, ShardedAdam(model.parameters(), lr=1e-2), lambda i: tokens(i, rank))
+        train(model, ShardedAdam(model.parameters(), lr=1e-2), lambda i: tokens(i, rank), steps=5)
         assert relative_difference(full_state_dict(model), reference.state_dict()) < 1e-10
 
 
@@ -225,7 +225,7 @@ def any_optimizer(make):
     [
         functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        functools.partial(torch.optim.Adagrad, lr=1e-2),
+        functools.partial(torch.optim.Adagrad, lr=1e-2, eps=1e-6),
         functools.partial(ShardedAdam, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
     ],
     ids=["SGD", "AdamW", "Adagrad", "ShardedAdam"],
