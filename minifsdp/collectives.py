@@ -302,14 +302,10 @@ class Communicator:
         rows = self.roll_call(list(padded))
         return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
-    @functools.cached_property
+    @property
     def _control_group(self) -> dist.ProcessGroup:
-        """Where CPUs exchange small messages: this group, or a gloo twin where this one only moves GPU
-        tensors."""
-        if self.backends.get("cpu") == "gloo":
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        """Where CPUs exchange small messages."""
+        return self.group if self.backends.get("cpu") == "gloo" else _gloo_twin(self.group)
 
     def _ring(self, call: Call) -> Ring:
         return Ring(self.group, self.rank, self.size, call)
@@ -361,6 +357,13 @@ class Communicator:
         if tensor.is_cpu or self.backends.get(tensor.device.type) != "gloo":
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+@functools.cache
+def _gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for CPU tensors, made once, where the group itself moves GPU tensors only."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def _divide(tensor: Tensor, divisor: float) -> None:

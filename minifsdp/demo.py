@@ -186,9 +186,14 @@ def train(name: str, model: nn.Module, options: argparse.Namespace, place: Place
         optimizer.param_groups[0]["lr"] = options.lr * min(1.0, (i + 1) / 10)  # warm-up
         start = time.perf_counter()
         if i == min(1, options.steps - 1):
+            on_gpu = place.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
             with Traffic() as traffic, Ledger(model, optimizer) as ledger:
                 loss = step()
             run.peak_bytes, run.sent_bytes = ledger.largest, traffic.sent_bytes()
+            if on_gpu:
+                run.peak_bytes["cuda allocator"] = torch.cuda.max_memory_allocated()
         else:
             loss = step()
         everyone.all_reduce(loss, "mean").wait()
@@ -264,12 +269,12 @@ def results_table(runs: dict[str, Run]) -> pd.DataFrame:
             "loss at end": f"{run.losses[-1]:.4f}",
             "seconds a step": f"{statistics.median(run.seconds):.3f}",
         }
-        for category in [*CATEGORIES, "total"]:
+        for category in run.peak_bytes:
             by_formula = run.formula_bytes.get(category)
             predicted = "" if by_formula is None else f"  (formula {by_formula / 2**20:.2f})"
             column[f"{category}, MiB"] = f"{run.peak_bytes[category] / 2**20:.2f}{predicted}"
         for collective, sent in run.sent_bytes.items():
-            column[f"sent by {collective}, MiB"] = f"{sent / 2**20:.2f}"
+            column[f"sent by {collective}, MiB"] = f"{sent / 2**20:.4g}"
         table[name] = column
     return pd.DataFrame(table).fillna("")
 

@@ -19,7 +19,6 @@ COLORS = {
     "other": "#999999",
     "communication": "#D55E00",
 }
-LINES = {"DP": "--", "FSDP": "-"}
 MIB = 2**20
 
 
@@ -59,7 +58,6 @@ def loss_curves(frame: pd.DataFrame, ax: Axes) -> None:
         ax.plot(
             rows.step,
             rows.loss,
-            LINES.get(kind, "-"),
             color="#D5A98A" if wide else "black",
             linewidth=4 if wide else 1.2,
             label=kind,
