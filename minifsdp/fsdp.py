@@ -29,7 +29,7 @@ from minifsdp.collectives import Communicator
 from minifsdp.schedule import BackwardPrefetch, Schedule, in_backward
 from minifsdp.strategy import Placement, ShardingStrategy, place
 from minifsdp.structure import map_tensors
-from minifsdp.unit import Flat, Unit
+from minifsdp.unit import Flat, Guard, Unit
 from minifsdp.wrap import chosen_by, shared_between
 
 Owners = dict[
@@ -105,10 +105,11 @@ def _walk(module: FSDPModule, forward: Callable[..., Any], args: tuple, kwargs: 
         ):
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         args, kwargs = unit.enter((args, kwargs))
-        return unit.leave(_cast(forward(*args, **kwargs), getattr(policy, "output_dtype", None)))
+        with Guard(unit):
+            output = forward(*args, **kwargs)
+        return unit.leave(_cast(output, getattr(policy, "output_dtype", None)))
     except Exception as error:
-        if not in_backward():  # a recomputation may stop early, by raising, when it has seen enough
-            unit.abandon()
+        unit.abandon()
         if outermost:
             schedule.fail(error)
         raise

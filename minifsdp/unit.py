@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from minifsdp.collectives import Communicator, Pending
 from minifsdp.schedule import Schedule, in_backward
 from minifsdp.shard import Layout
-from minifsdp.structure import replace_tensors
+from minifsdp.structure import map_tensors, replace_tensors
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Unit:
         self.gathered = False
         self.underway: list[Pending] = []
         self.depth = 0  # calls of the unit that are running now; a method may call forward
-        self.views: list[Tensor] = []  # the full parameters that the running call uses
+        self.views: list[Tensor] = []  # the full parameters, on their way into Unshard
         self.task = -1  # the backward pass that gathered the unit
         self.buffers: list[Tensor | None] = [None] * len(flats)  # full gradients, waiting to be reduced
         self.waiting = [False] * self.width  # the parameters that have a gradient in them
@@ -200,20 +201,20 @@ class Unit:
         if self.depth > 1:
             return inputs
         self.gather()
-        self.views = [view for flat in self.flats for view in flat.views()]
-        if torch.is_grad_enabled():
-            inputs = replace_tensors(inputs, self._unshard)
-        self._show(self.views)
-        return inputs
+        return replace_tensors(inputs, self._show_full)
 
-    def _unshard(self, entering: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _show_full(self, entering: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+        """Show the modules their full parameters, and pass ``entering`` through the same Unshard."""
+        self.views = [view for flat in self.flats for view in flat.views()]
         trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        if not entering and not trained:
-            return []
-        outputs = Unshard.apply(self, trained, *entering, *[self.parameters[i] for i in trained])
-        for i, view in zip(trained, outputs[len(entering) :], strict=True):
-            self.views[i] = view
-        return outputs[: len(entering)]
+        if torch.is_grad_enabled() and (entering or trained):
+            outputs = Unshard.apply(self, trained, *entering, *[self.parameters[i] for i in trained])
+            entering, tracked = outputs[: len(entering)], outputs[len(entering) :]
+            for i, view in zip(trained, tracked, strict=True):
+                self.views[i] = view
+        self._show(self.views)
+        self.views = []
+        return entering
 
     def leave(self, outputs: Any) -> Any:
         """Release, unless backward comes next. Outputs that need a gradient pass through Reshard."""
@@ -230,7 +231,6 @@ class Unit:
             else:
                 self.release()
             self.schedule.left(self)
-        self.views = []
         return outputs
 
     def is_kept(self) -> bool:
@@ -240,15 +240,24 @@ class Unit:
         return self.keep_after_forward
 
     def abandon(self) -> None:
-        """Forward has raised."""
-        self.depth = 0
-        self.release()
+        """Forward has raised. So does a recomputation that has seen enough, and then uses the parameters."""
+        self.depth -= 1
+        if self.depth == 0 and not in_backward():
+            self.release()
 
     # --- backward -------------------------------------------------------------------------------------------
 
-    def reenter(self, views: Sequence[Tensor], version: int, previous: Unit | None) -> None:
-        """Backward arrives at the unit's outputs: gather again, and show the parameters to any
-        recomputation."""
+    def reenter(self, version: int, previous: Unit | None) -> None:
+        """Backward arrives at the unit's outputs: gather again, for what autograd saved and for what a
+        checkpoint inside the unit recomputes."""
+        self.arrive(version)
+        with torch.enable_grad():
+            self._show_full()
+        if previous is not None and self.schedule.prefetch == "pre":
+            previous.start_gather()
+
+    def arrive(self, version: int) -> None:
+        """Backward is about to use the gathered parameters of a forward that saw them in this version."""
         self.schedule.begin_backward()
         if version != self.version():
             raise RuntimeError(
@@ -257,9 +266,6 @@ class Unit:
             )
         self.gather()
         self.task = torch._C._current_graph_task_id()
-        self._show(views)
-        if previous is not None and self.schedule.prefetch == "pre":
-            previous.start_gather()
 
     def reduce(self, gradients: dict[int, Tensor | None]) -> list[Tensor | None]:
         """From this rank's full gradients, by parameter number, to its pieces of their mean over all
@@ -363,7 +369,8 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, trained: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.trained, ctx.previous = unit, trained, unit.schedule.last_left
+        ctx.unit, ctx.trained = unit, trained
+        ctx.previous = None if in_backward() else unit.schedule.last_left
         ctx.set_materialize_grads(False)
         entering = tensors[: len(tensors) - len(trained)]
         return *[t.detach() for t in entering], *[unit.views[i] for i in trained]
@@ -385,7 +392,7 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.views, ctx.version = unit, unit.views, unit.version()
+        ctx.unit, ctx.version = unit, unit.version()
         ctx.previous = unit.schedule.last_left
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
@@ -393,5 +400,36 @@ class Reshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.unit.reenter(ctx.views, ctx.version, ctx.previous)
+        ctx.unit.reenter(ctx.version, ctx.previous)
         return None, *gradients
+
+
+class Guard(TorchFunctionMode):
+    """Active while the modules of a unit run: what is computed from its parameters gathers it before its
+    backward.
+
+    Most of backward enters a unit by Reshard. But a module may keep a tensor from inside, and a loss may use
+    that; the parameters that autograd saved for it would then be an empty storage.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.storages = {flat.storage._cdata for flat in unit.flats}
+        version = unit.version()
+        self.before_backward = lambda _: unit.arrive(version)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and any(map(self._is_parameter, (*args, *(kwargs or {}).values()))):
+            map_tensors(self._guard, result)
+        return result
+
+    def _is_parameter(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._is_parameter, value))
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
+
+    def _guard(self, tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self.before_backward)
+        return tensor

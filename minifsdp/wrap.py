@@ -25,8 +25,11 @@ def chosen_by(policy: Collection[type] | Callable[..., bool] | Any, root: nn.Mod
         chosen = {module for module, _ in _walk(root, policy, set())}
     else:
         chosen = {module for module in root.modules() if isinstance(module, tuple(policy))}
+    read_by_parent = {
+        m.out_proj for m in root.modules() if isinstance(m, nn.MultiheadAttention)
+    }  # never called
     inner_first = reversed(list(root.modules()))
-    return [module for module in inner_first if module in chosen and module is not root]
+    return [m for m in inner_first if m in chosen and m is not root and m not in read_by_parent]
 
 
 def shared_between(inner: list[nn.Module], root: nn.Module) -> set[nn.Parameter]:

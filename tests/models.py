@@ -63,7 +63,9 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(
-        ((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max().clamp(min=1e-30)).item() for k in theirs
+        ((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max().clamp(min=1e-30)).item()
+        for k in theirs
+        if theirs[k].numel()
     )
 
 
