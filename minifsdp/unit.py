@@ -179,8 +179,10 @@ class Unit:
 
     def release(self) -> None:
         """Free the gathered copy. Autograd's saved tensors keep the storage, and find it full again in
-        backward."""
+        backward. A unit that is running keeps it: a model may ask for gradients inside its own forward."""
         self.finish_gather()
+        if self.depth > 0:
+            return
         for flat in self.flats:
             flat.release()
         self.gathered = False
@@ -427,7 +429,12 @@ class Guard(TorchFunctionMode):
     def _is_parameter(self, value: Any) -> bool:
         if isinstance(value, (list, tuple)):
             return any(map(self._is_parameter, value))
-        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
+        if not isinstance(value, Tensor):
+            return False
+        try:
+            return value.untyped_storage()._cdata in self.storages
+        except NotImplementedError:  # sparse, or inside torch.func: it has no storage of its own
+            return False
 
     def _guard(self, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None:

@@ -401,6 +401,32 @@ def test_loops(ranks, name, how):
     ranks(3, loop_case, name, how)
 
 
+class Forces(nn.Module):
+    """Asks for gradients inside its forward, and uses torch.func and a sparse matrix there."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.last = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 6)
+
+    def forward(self, x):
+        at = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(at).sum(), at)
+        scaled = torch.vmap(lambda row: row * self.last.weight.sum())(x)
+        slope = torch.func.grad(lambda y: (y @ self.last.weight).square().sum())(x)
+        mixed = torch.sparse.mm(torch.eye(6).to(x).to_sparse(), self.last.weight)[:4]
+        return self.last(self.energy(x) + force + scaled + slope + mixed)
+
+
+def energy_only(model):
+    fully_shard(model.energy)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, energy_only])
+def test_gradients_inside_a_forward(ranks, shard):
+    ranks(3, equal_to_one_process, Forces, plain_loss, shard)
+
+
 @pytest.mark.parametrize("loss_of", [only_the_tensor_from_inside, also_the_tensor_from_inside])
 @pytest.mark.parametrize("how", ["root only", "each child"])
 def test_a_loss_of_a_tensor_from_inside_a_unit(ranks, how, loss_of):
