@@ -338,6 +338,7 @@ class FullyShardedDataParallel(nn.Module):
         device_id: where to move the model before it is sharded.
         sync_module_states: overwrite every rank's parameters and buffers by rank 0's first.
         device_mesh: instead of ``process_group``.
+        limit_all_gathers: always so: never more than one unit is gathered ahead.
         use_orig_params: always on.
         collectives: ``"auto"``, ``"ring"`` or ``"native"``.
 
