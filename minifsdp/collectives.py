@@ -1,9 +1,7 @@
-"""Collectives: how ranks exchange tensors. The rest of the package talks to other ranks only through this
-file.
+"""Collectives: how ranks exchange tensors. No other file of the package talks to other ranks.
 
 Three collectives carry all of sharded training. Each is written here as a *ring* that can be followed step by
-step: in every step each rank sends one chunk to the rank on its right and receives one from the rank on its
-    left.
+step: in every step each rank sends one chunk to the rank on its right and receives one from that on its left.
 
     all-gather       every rank has 1 chunk, at the end every rank has all N         N - 1 steps
     reduce-scatter   every rank has N chunks, at the end rank r has the sum of r's   N - 1 steps
@@ -52,9 +50,8 @@ class Traffic:
     bandwidth-optimal algorithm, since a backend does not tell.
     """
 
-    _open: ClassVar[
-        list[Traffic]
-    ] = []  # not thread-local: on a GPU, autograd runs backward on threads of its own
+    # Not thread-local: on a GPU, autograd runs backward on threads of its own.
+    _open: ClassVar[list[Traffic]] = []
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -89,8 +86,7 @@ class Traffic:
 
 
 # --- The rings ----------------------------------------------------------------------------------------------
-# Each is a generator that yields the messages under way, so that whoever drives it decides when to wait for
-# them.
+# Each is a generator that yields the messages under way: whoever drives it decides when to wait for them.
 
 Messages = list[dist.Work]
 Combine = Callable[..., Tensor]  # torch.add or torch.maximum
@@ -106,8 +102,7 @@ class Ring:
     call: Call
 
     def exchange(self, send: Tensor, receive: Tensor) -> Messages:
-        """Start sending one chunk to the right and receiving one from the left; no message for an empty
-        chunk."""
+        """Start to send one chunk to the right and receive one from the left; nothing for an empty one."""
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         messages = []
         if send.numel():
@@ -119,8 +114,7 @@ class Ring:
 
 
 def ring_all_gather(ring: Ring, chunks: Sequence[Tensor]) -> Iterator[Messages]:
-    """``chunks[rank]`` is ours; fill in the others. In step s we pass on the chunk that came in step s -
-    1."""
+    """``chunks[rank]`` is ours; fill in the others. Each step passes on the chunk that came in the last."""
     r, n = ring.rank, ring.size
     for step in range(n - 1):
         yield ring.exchange(send=chunks[(r - step) % n], receive=chunks[(r - step - 1) % n])
@@ -129,8 +123,7 @@ def ring_all_gather(ring: Ring, chunks: Sequence[Tensor]) -> Iterator[Messages]:
 def ring_reduce_scatter(
     ring: Ring, chunks: Sequence[Tensor], output: Tensor, combine: Combine = torch.add
 ) -> Iterator[Messages]:
-    """Sum chunk c over all ranks: it starts at rank c + 1, each rank on the way adds its own, and it ends at
-    rank c.
+    """Sum chunk c over all ranks: it starts at rank c + 1, each rank on the way adds its own, rank c ends it.
 
     So the order of the sum is c + 1, c + 2, ..., c on every run. The partial sums are kept in ``chunks``.
     """
@@ -218,8 +211,7 @@ class Communicator:
         return Pending(self._all_gather(output, shard, unit))
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, op: str = "sum", unit: str = "") -> Pending:
-        """Fill ``output`` (S,) with this rank's chunk of the sum, mean or max of every rank's ``buffer`` (N *
-        S,).
+        """Fill ``output`` (S,) with our chunk of the sum, mean or max of all ranks' ``buffer`` (N * S,).
 
         ``buffer`` is scratch afterwards.
         """
@@ -227,8 +219,7 @@ class Communicator:
         return Pending(self._reduce_scatter(output, buffer, op, unit))
 
     def all_reduce(self, buffer: Tensor, op: str = "sum", unit: str = "") -> Pending:
-        """Replace ``buffer``, of any length, by its sum, mean or max over all ranks: the same bits on each of
-        them."""
+        """Replace ``buffer``, of any length, by its sum, mean or max over ranks: the same bits on each."""
         self._check("all_reduce", buffer, op=op)
         return Pending(self._all_reduce(buffer, op, unit))
 
@@ -280,8 +271,7 @@ class Communicator:
         dist.broadcast(tensor, group=self.group, group_src=source)
 
     def roll_call(self, words: Sequence[int], unit: str = "") -> list[list[int]]:
-        """Every rank's ``words``, of the same number on every rank: a few integers between the CPUs;
-        blocking."""
+        """Every rank's ``words``, a few integers, the same number on every rank; blocking."""
         rows = torch.zeros(self.size, len(words), dtype=torch.int64)
         rows[self.rank] = torch.tensor(words, dtype=torch.int64)
         call = self._record("roll_call", rows, unit)
@@ -319,8 +309,7 @@ class Communicator:
         return self.algorithm == "ring"
 
     def _divisors(self, op: str, dtype: torch.dtype) -> tuple[float, float]:
-        """What a mean divides by before and after the sum. The range of fp16 is narrow: there, about sqrt(N)
-        each.
+        """What a mean divides by before and after the sum; in fp16, of narrow range, about sqrt(N) each.
 
         Where to divide fp16 follows torch's ``fully_shard``, so that the bits agree.
         """

@@ -1,11 +1,11 @@
 """Fully sharded training: units laid over a model, and the two faces that people know.
 
-    fully_shard(module)                  in place: the module itself becomes a unit
-    (torch.distributed.fsdp.fully_shard) FullyShardedDataParallel(model)      the wrapper: a policy chooses
-    the units (torch.distributed.fsdp)
+    fully_shard(module)                in place: the module itself becomes a unit
+    FullyShardedDataParallel(model)    the wrapper: a policy chooses the units
 
-Both do the same. A unit takes the parameters of a module that no unit inside it has taken, and the class of
-the module is extended so that *calling* it walks through the unit:
+Both have their namesakes in torch.distributed.fsdp, and both do the same. A unit takes the parameters of a
+module that no unit inside it has taken, and the class of the module is extended so that *calling* it walks
+through the unit:
 
     call module:    unit.enter(inputs)  ->  the module's own forward  ->  unit.leave(outputs)
 
@@ -28,14 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.collectives import Communicator
 from minifsdp.schedule import BackwardPrefetch, Schedule, in_backward
 from minifsdp.strategy import Placement, ShardingStrategy, place
-from minifsdp.structure import map_tensors
-from minifsdp.unit import Flat, Guard, Unit
+from minifsdp.structure import cast_floating
+from minifsdp.unit import Flat, Guard, Owners, Unit
 from minifsdp.wrap import chosen_by, shared_between
-
-Owners = dict[
-    nn.Parameter, list[tuple[nn.Module, str]]
-]  # each parameter and the (module, attribute) that hold it
-
 
 # --- A module that is a unit --------------------------------------------------------------------------------
 
@@ -103,23 +98,16 @@ def _walk(module: FSDPModule, forward: Callable[..., Any], args: tuple, kwargs: 
         if getattr(policy, "cast_forward_inputs", False) or (
             is_root and getattr(policy, "cast_root_forward_inputs", False)
         ):
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         args, kwargs = unit.enter((args, kwargs))
         with Guard(unit):
             output = forward(*args, **kwargs)
-        return unit.leave(_cast(output, getattr(policy, "output_dtype", None)))
+        return unit.leave(cast_floating(output, getattr(policy, "output_dtype", None)))
     except Exception as error:
         unit.abandon()
         if outermost:
             schedule.fail(error)
         raise
-
-
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in ``dtype``; token ids stay what they are."""
-    if dtype is None:
-        return tree
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -320,15 +308,14 @@ def _fingerprint(parameter: Tensor) -> int:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Shard ``module`` over all ranks, a unit for each submodule that the policy chooses and one for the
-    rest.
+    """Shard ``module`` over all ranks: a unit for each submodule that the policy chooses, one for the rest.
 
     The wrapper is a second handle on the same module: the two share their attributes, so parameters keep
     their names, and whatever the module has, the wrapper has.
 
     Args:
         module: the model; every rank builds the same one.
-        process_group: the ranks to shard over; or a pair (shard group, replica group) for a hybrid strategy.
+        process_group: the ranks to shard over; a hybrid strategy shards within a node of them.
         sharding_strategy: see :mod:`minifsdp.strategy`.
         auto_wrap_policy: a set of module classes, or a callable of torch's convention, such as
             ``ModuleWrapPolicy``.
@@ -440,7 +427,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
     for child in module.modules():
-        child._buffers.update(_cast(child._buffers, dtype))
+        child._buffers.update(cast_floating(child._buffers, dtype))
 
 
 # --- The whole again ----------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ class ShardedAdam(torch.optim.Optimizer):
     """Adam, or AdamW with ``decoupled_weight_decay``, over whole shards.
 
     The numbers are those of ``torch.optim.Adam`` on the same pieces, to the bit. The difference is the number
-    of
-    kernels: the pieces of a unit lie side by side in its shard, and so do their gradients and moments, so
+    of kernels: the pieces of a unit lie side by side in its shard, and so do their gradients and moments, so
     each operation runs once over the whole shard. Pieces with other hyperparameters, or without a gradient,
     split it.
 
@@ -145,10 +144,8 @@ def adam(
         grad = grad.add(param, alpha=weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    correction1, correction2 = (
-        1 - beta1 ** float(step),
-        1 - beta2 ** float(step),
-    )  # a whole power rounds otherwise
+    correction1 = 1 - beta1 ** float(step)  # as torch has it: a whole power could round otherwise
+    correction2 = 1 - beta2 ** float(step)
     denominator = exp_avg_sq.sqrt().div_(correction2**0.5).add_(eps)
     param.addcdiv_(exp_avg, denominator, value=-lr / correction1)
 

@@ -3,7 +3,7 @@
 Three casts, each at one place of its own:
 
     param_dtype    the shard (fp32) is cast as it is copied into the gather      Flat.start_gather in unit.py
-    reduce_dtype   gradients are cast as they are copied into the reduce buffer  Flat.add_gradients in unit.py
+    reduce_dtype   gradients are cast as they are copied into the reduce buffer  Layout.add in shard.py
     buffer_dtype   buffers are cast once, when the model is wrapped              _cast_buffers in fsdp.py
 
 The shard itself, its gradient and the optimizer's moments stay in fp32: they are the *master weights*, to

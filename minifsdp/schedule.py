@@ -1,13 +1,12 @@
 """The schedule: no rank starts a collective that the others do not.
 
 Collectives have no names on the wire. If one rank gathers an expert that another rank skipped, the two calls
-meet
-anyway: the program hangs, or worse, one unit's weights land in another. Real models do this (experts, layers
-dropped at random, a loss that uses a branch on some ranks only), so before each collective the ranks hold a
-*roll call*: each says in a few integers what it wants to do next. Where all want the same, they do it. Where
-they differ, the earliest wish goes first, and a rank that wanted something else *serves*: it lends its shard
-to the gather, or zeros to the reduction, and asks again. Every collective so has every rank in it, and the
-numbers come out right.
+meet anyway: the program hangs, or worse, one unit's weights land in another. Real models do this (experts,
+layers dropped at random, a loss that uses a branch on some ranks only), so before each collective the ranks
+hold a *roll call*: each says in a few integers what it wants to do next. Where all want the same, they do it.
+Where they differ, the earliest wish goes first, and a rank that wanted something else *serves*: it lends its
+shard to the gather, or zeros to the reduction, and asks again. Every collective so has every rank in it, and
+the numbers come out right.
 
 A rank that fails says so in the next roll call, and all raise. The cost is one exchange of a few words,
 measured by :class:`~minifsdp.collectives.Traffic` as ``roll_call``. (Horovod's coordinator solved the same
@@ -17,6 +16,8 @@ problem for all-reduces: Sergeev and Del Balso, 2018.)
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -71,9 +72,7 @@ class Schedule:
         self.place = {id(unit): i for i, unit in enumerate(self.units)}
         self.words = max((-(-unit.width // BITS) for unit in self.units), default=0)
         self.epoch = 0  # forward passes of the root so far
-        self.prefetch = (
-            prefetch  # "pre", "post" or None: when backward starts to gather the unit it will need next
-        )
+        self.prefetch = prefetch  # "pre", "post" or None, see BackwardPrefetch
         self.last_left: Member | None = None  # the unit that forward was in last
         self.backward_open = False
 
@@ -93,9 +92,6 @@ class Schedule:
             self.backward_open = False
             for unit in self.units:
                 unit.forget_backward()
-
-    def left(self, unit: Member) -> None:
-        self.last_left = unit
 
     def begin_backward(self) -> None:
         """Called by whatever backward reaches first; :meth:`end_backward` then runs when it is over."""
@@ -127,6 +123,9 @@ class Schedule:
         """Backward walks the units from the last to the first, and gathers each before it reduces it."""
         return 2 * (len(self.units) - 1 - self.place[id(unit)])
 
+    def _unit_at(self, backward_place: int) -> Member:
+        return self.units[len(self.units) - 1 - backward_place // 2]
+
     def _agree(self, phase: int, place: int, flags: Sequence[bool] = ()) -> list[bool]:
         """Return once it is this wish's turn, having served those before it."""
         if self.communicator.size == 1:
@@ -137,8 +136,10 @@ class Schedule:
         while True:
             rows = self._roll_call(wish)
             first = min(row[1:3] for row in rows)
-            granted = [self._unpack(row[3:]) for row in rows if row[1:3] == first]
-            flags = [any(column) for column in zip(*granted, strict=True)]
+            granted = [row[3:] for row in rows if row[1:3] == first]
+            flags = self._unpack(
+                [functools.reduce(operator.or_, words) for words in zip(*granted, strict=True)]
+            )
             if first == wish[1:3]:
                 return flags
             self._serve(*first, flags)
@@ -147,7 +148,7 @@ class Schedule:
         if phase == FORWARD:
             self.units[place].serve_gather()
             return
-        unit = self.units[len(self.units) - 1 - place // 2]
+        unit = self._unit_at(place)
         if place % 2 == 0:
             unit.serve_gather()
         else:
@@ -176,12 +177,11 @@ class Schedule:
             pass  # they are gone; the user needs to see `error`, not this
 
     def _roll_call(self, wish: list[int]) -> list[list[int]]:
-        here = f"rank {self.communicator.rank} wanted to {self._describe(wish)}"
         try:
             rows = self.communicator.roll_call(wish)
         except RuntimeError as error:
             raise RanksDisagree(
-                f"{here}, and not every rank came: one has exited, has failed outside the model, "
+                f"{self._our(wish)}, and not every rank came: one has exited, has failed outside the model, "
                 f"or runs the model a different number of times ({error})"
             ) from error
         epochs = [row[0] for row in rows]
@@ -189,13 +189,16 @@ class Schedule:
         if any(row[1] == FAILED for row in rows):
             texts = self.communicator.gather_text("")
             failed = "; ".join(f"rank {rank} failed with {text}" for rank, text in enumerate(texts) if text)
-            raise RanksDisagree(f"{here}, but {failed}. Mend that; the next step starts afresh")
+            raise RanksDisagree(f"{self._our(wish)}, but {failed}. Mend that; the next step starts afresh")
         if min(epochs) != max(epochs):
             each = "; ".join(f"rank {rank}: {self._describe(row)}" for rank, row in enumerate(rows))
             raise RanksDisagree(
                 f"ranks are in different steps ({each}). Call the model equally often on every rank"
             )
         return rows
+
+    def _our(self, wish: list[int]) -> str:
+        return f"rank {self.communicator.rank} wanted to {self._describe(wish)}"
 
     def _describe(self, row: Sequence[int]) -> str:
         epoch, phase, place = row[:3]
@@ -205,5 +208,5 @@ class Schedule:
             return f"end backward of pass {epoch}"
         if phase == FORWARD:
             return f"gather unit {self.units[place].name!r} in forward of pass {epoch}"
-        unit = self.units[len(self.units) - 1 - place // 2]
+        unit = self._unit_at(place)
         return f"{'reduce' if place % 2 else 'gather'} unit {unit.name!r} in backward of pass {epoch}"

@@ -62,9 +62,7 @@ class Layout:
         """Lay out ``named`` tensors one after another, each on an aligned start."""
         slots, end = [], 0
         for name, tensor in named:
-            stride = torch.empty_like(
-                tensor, device="meta"
-            ).stride()  # dense, in the tensor's order of dimensions
+            stride = torch.empty_like(tensor, device="meta").stride()  # dense, the order of dimensions kept
             slots.append(Slot(name, tensor.shape, stride, end, tensor.numel()))
             end += _round_up(tensor.numel(), ALIGNMENT)
         return cls(tuple(slots), _round_up(end, ALIGNMENT * parts), parts)
@@ -97,6 +95,29 @@ class Layout:
                 flat = dense.as_strided((slot.numel,), (1,))  # in memory order
                 shard[start:stop] = flat[skip : skip + stop - start]
         return shard
+
+    def add(
+        self,
+        tensors: Sequence[Tensor | None],
+        buffer: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Add full tensors, one a slot, to a flat buffer (P,), to a new one in ``dtype`` if there is none.
+
+        What is missing counts as 0, and so does the padding: it is summed and stepped like everything else.
+        """
+        fresh = buffer is None
+        if fresh:
+            buffer = torch.empty(self.padded, dtype=dtype, device=device)
+            for start, stop in self.gaps():
+                buffer[start:stop].zero_()
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            if tensor is not None:
+                slot.of(buffer).copy_(tensor) if fresh else slot.of(buffer).add_(tensor)
+            elif fresh:
+                slot.of(buffer).zero_()
+        return buffer
 
 
 def neighbours(columns: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, int]]:

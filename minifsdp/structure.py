@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,6 +29,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(function, item) for item in tree)
     return tree
+
+
+def cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in ``dtype``, if there is one; token ids stay what they are."""
+    if dtype is None:
+        return tree
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def replace_tensors(tree: Any, transform: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Any:

@@ -35,6 +35,10 @@ from minifsdp.schedule import Schedule, in_backward
 from minifsdp.shard import Layout
 from minifsdp.structure import map_tensors, replace_tensors
 
+Owners = dict[
+    nn.Parameter, list[tuple[nn.Module, str]]
+]  # each parameter: the (module, attribute) that hold it
+
 
 @dataclass
 class Flat:
@@ -93,23 +97,6 @@ class Flat:
         first = self.shard.storage_offset()
         return [shard[p.storage_offset() - first :][: p.numel()] for p in self.parameters]
 
-    def add_gradients(
-        self, buffer: Tensor | None, gradients: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> Tensor:
-        """Copy full gradients into a flat buffer (P,), or add them to the one there is. What is missing
-        counts as 0."""
-        fresh = buffer is None
-        if fresh:
-            buffer = torch.empty(self.layout.padded, dtype=dtype, device=self.shard.device)
-            for start, stop in self.layout.gaps():
-                buffer[start:stop].zero_()
-        for slot, gradient in zip(self.layout.slots, gradients, strict=True):
-            if gradient is not None:
-                slot.of(buffer).copy_(gradient) if fresh else slot.of(buffer).add_(gradient)
-            elif fresh:
-                slot.of(buffer).zero_()
-        return buffer
-
 
 class Unit:
     """Modules whose parameters share one life.
@@ -128,7 +115,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        owners: Owners,
         flats: list[Flat],
         shards: Communicator,
         replicas: Communicator | None = None,
@@ -149,7 +136,6 @@ class Unit:
         self.gathered = False
         self.underway: list[Pending] = []
         self.depth = 0  # calls of the unit that are running now; a method may call forward
-        self.views: list[Tensor] = []  # the full parameters, on their way into Unshard
         self.task = -1  # the backward pass that gathered the unit
         self.buffers: list[Tensor | None] = [None] * len(flats)  # full gradients, waiting to be reduced
         self.waiting = [False] * self.width  # the parameters that have a gradient in them
@@ -207,15 +193,14 @@ class Unit:
 
     def _show_full(self, entering: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         """Show the modules their full parameters, and pass ``entering`` through the same Unshard."""
-        self.views = [view for flat in self.flats for view in flat.views()]
-        trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        views = [view for flat in self.flats for view in flat.views()]
+        trained = {i: views[i] for i, p in enumerate(self.parameters) if p.requires_grad}
         if torch.is_grad_enabled() and (entering or trained):
             outputs = Unshard.apply(self, trained, *entering, *[self.parameters[i] for i in trained])
             entering, tracked = outputs[: len(entering)], outputs[len(entering) :]
             for i, view in zip(trained, tracked, strict=True):
-                self.views[i] = view
-        self._show(self.views)
-        self.views = []
+                views[i] = view
+        self._show(views)
         return entering
 
     def leave(self, outputs: Any) -> Any:
@@ -232,7 +217,7 @@ class Unit:
                 self._show(self.parameters)
             else:
                 self.release()
-            self.schedule.left(self)
+            self.schedule.last_left = self
         return outputs
 
     def is_kept(self) -> bool:
@@ -279,7 +264,7 @@ class Unit:
             of_flat = [next(here) for _ in flat.parameters]
             if any(gradient is not None for gradient in of_flat):
                 dtype = self.reduce_dtype or flat.dtype
-                self.buffers[i] = flat.add_gradients(self.buffers[i], of_flat, dtype)
+                self.buffers[i] = flat.layout.add(of_flat, self.buffers[i], dtype, flat.shard.device)
         self.waiting = [old or new is not None for old, new in zip(self.waiting, everyone, strict=True)]
         return self._reduce_waiting() if self.sync_gradients else [None] * self.width
 
@@ -300,7 +285,8 @@ class Unit:
                 pieces += [None] * len(used)
                 continue
             if buffer is None:
-                buffer = flat.add_gradients(None, [None] * len(used), self.reduce_dtype or flat.dtype)
+                dtype = self.reduce_dtype or flat.dtype
+                buffer = torch.zeros(flat.layout.padded, dtype=dtype, device=flat.shard.device)
             output = torch.empty_like(flat.shard, dtype=buffer.dtype)
             self.shards.reduce_scatter(output, buffer, "mean", self.name).wait()
             if self.replicas is not None:
@@ -370,12 +356,12 @@ class Unshard(torch.autograd.Function):
     releases."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, trained: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.trained = unit, trained
+    def forward(ctx: Any, unit: Unit, trained: dict[int, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.trained = unit, list(trained)
         ctx.previous = None if in_backward() else unit.schedule.last_left
         ctx.set_materialize_grads(False)
         entering = tensors[: len(tensors) - len(trained)]
-        return *[t.detach() for t in entering], *[unit.views[i] for i in trained]
+        return *[t.detach() for t in entering], *trained.values()
 
     @staticmethod
     @once_differentiable

@@ -25,16 +25,14 @@ def chosen_by(policy: Collection[type] | Callable[..., bool] | Any, root: nn.Mod
         chosen = {module for module, _ in _walk(root, policy, set())}
     else:
         chosen = {module for module in root.modules() if isinstance(module, tuple(policy))}
-    read_by_parent = {
-        m.out_proj for m in root.modules() if isinstance(m, nn.MultiheadAttention)
-    }  # never called
+    # This one is never called: its parent reads its weight.
+    read_by_parent = {m.out_proj for m in root.modules() if isinstance(m, nn.MultiheadAttention)}
     inner_first = reversed(list(root.modules()))
     return [m for m in inner_first if m in chosen and m is not root and m not in read_by_parent]
 
 
 def shared_between(inner: list[nn.Module], root: nn.Module) -> set[nn.Parameter]:
-    """Tied parameters that no single one of the ``inner`` modules holds alone: the root has to gather
-    them."""
+    """Tied parameters that no one of the ``inner`` modules holds alone: the root has to gather them."""
     unit_of = {}  # each module -> the innermost chosen module around it
     for unit in [root, *reversed(inner)]:
         unit_of.update(dict.fromkeys(unit.modules(), unit))

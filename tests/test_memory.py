@@ -39,13 +39,19 @@ def step(model, optimizer):
     optimizer.step()
 
 
-def ledger_and_formula(kind):
+def second_step(kind):
+    """The ledger of a step with gradients gone and moments there."""
     model = build(kind)
     optimizer = ShardedAdam(model.parameters())
     step(model, optimizer)
     optimizer.zero_grad()
     with Ledger(model, optimizer) as ledger:
         step(model, optimizer)
+    return model, optimizer, ledger
+
+
+def ledger_and_formula(kind):
+    model, _, ledger = second_step(kind)
     predicted = formula(model)
     assert {name: ledger.largest[name] for name in predicted} == predicted
     assert list(ledger.frame().columns) == [*CATEGORIES, "total"]
@@ -112,12 +118,7 @@ class Tracker(MemTracker):
 
 
 def against_mem_tracker(kind):
-    model = build(kind)
-    optimizer = ShardedAdam(model.parameters())
-    step(model, optimizer)
-    optimizer.zero_grad()
-    with Ledger(model, optimizer) as ledger:
-        step(model, optimizer)
+    model, optimizer, ledger = second_step(kind)
     optimizer.zero_grad()
     tracker = Tracker()
     tracker.track_external(model, optimizer)

@@ -40,17 +40,9 @@ def train(model, optimizer, batch, clip):
         optimizer.zero_grad()
 
 
-def against_one_process(strategy, shape):
+def trains_as_one_process(model):
     rank, n = world()
     reference = tiny_gpt(torch.float64)
-    model = wrap(tiny_gpt(torch.float64), strategy, shape)
-    predicted = traffic_formula(model)
-    with Traffic() as traffic:
-        model(*tokens(0, rank)).backward()
-    model.zero_grad()
-    sent = traffic.sent_bytes()
-    sent.pop("roll_call", None)
-    assert sent == predicted
     train(model, ShardedAdam(model.parameters(), lr=1e-2), lambda i: tokens(i, rank), clip_grad_norm_)
     train(
         reference,
@@ -59,6 +51,19 @@ def against_one_process(strategy, shape):
         torch.nn.utils.clip_grad_norm_,
     )
     assert relative_difference(full_state_dict(model), reference.state_dict()) < 1e-10
+
+
+def against_one_process(strategy, shape):
+    rank, _ = world()
+    model = wrap(tiny_gpt(torch.float64), strategy, shape)
+    predicted = traffic_formula(model)
+    with Traffic() as traffic:
+        model(*tokens(0, rank)).backward()
+    model.zero_grad()
+    sent = traffic.sent_bytes()
+    sent.pop("roll_call", None)
+    assert sent == predicted
+    trains_as_one_process(model)
     return sent
 
 
@@ -100,17 +105,8 @@ def test_strategies_with_the_same_arithmetic_agree_to_the_bit(ranks):
 
 
 def composable_on_a_mesh():
-    rank, n = world()
-    reference = tiny_gpt(torch.float64)
     model = shard_blocks(tiny_gpt(torch.float64), mesh=mesh_of((2, 2)))
-    train(model, ShardedAdam(model.parameters(), lr=1e-2), lambda i: tokens(i, rank), clip_grad_norm_)
-    train(
-        reference,
-        torch.optim.Adam(reference.parameters(), lr=1e-2),
-        lambda i: joined(i, n),
-        torch.nn.utils.clip_grad_norm_,
-    )
-    assert relative_difference(full_state_dict(model), reference.state_dict()) < 1e-10
+    trains_as_one_process(model)
 
 
 def test_fully_shard_on_a_two_dimensional_mesh(ranks):

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from minifsdp.collectives import Communicator
 from minifsdp.shard import Layout
-from minifsdp.structure import map_tensors
+from minifsdp.structure import cast_floating
 from minifsdp.wrap import chosen_by, shared_between
 
 
@@ -79,10 +79,7 @@ class DataParallel(nn.Module):
         return set(named.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self.param_dtype) if tensor.is_floating_point() and self.param_dtype else tensor
-
-        args, kwargs = map_tensors(cast, (args, kwargs))
+        args, kwargs = cast_floating((args, kwargs), self.param_dtype)
         return self.module(*args, **kwargs)
 
 
@@ -107,19 +104,14 @@ class Replicate(torch.autograd.Function):
     def forward(ctx: Any, replica: Replica, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.replica = replica
         ctx.set_materialize_grads(False)
-        copy = replica.flat.to(
-            replica.param_dtype
-        ).untyped_storage()  # the flat buffer itself if the dtype is the same
-        return tuple(slot.view(copy, replica.param_dtype) for slot in replica.layout.slots)
+        copy = replica.flat.to(replica.param_dtype)  # the flat buffer itself if the dtype is the same
+        return tuple(slot.view(copy.untyped_storage(), copy.dtype) for slot in replica.layout.slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replica, slots = ctx.replica, ctx.replica.layout.slots
-        buffer = torch.zeros(replica.layout.padded, dtype=replica.reduce_dtype, device=replica.flat.device)
-        for slot, gradient in zip(slots, gradients, strict=True):
-            if gradient is not None:
-                slot.of(buffer).copy_(gradient)
+        buffer = replica.layout.add(gradients, None, replica.reduce_dtype, replica.flat.device)
         replica.communicator.all_reduce(buffer, "mean").wait()
         buffer = buffer.to(replica.flat.dtype)
         return None, *[
